@@ -1,0 +1,1 @@
+"""Definitions: what steps and flows are, their options, verdicts and retry policies."""
